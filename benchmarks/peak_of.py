@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 benchmarks/weak_scaling.py --tokens 65536 --decoder 1.3B --layout zigzag \\
         --strategy ring_dilated_fsdp --recompute block --warm 1 --steps 1 --memory FOLDER
-    python benchmarks/peak_of.py FOLDER/memory_steps_1_to_1_rank_0.pickle
+    python benchmarks/peak_of.py FOLDER/65536-2-2/memory_steps_1_to_1_rank_0.pickle
 
 A row has the MiB and the number of allocations of one call, and the innermost frames of its stack. Frames of torch are
-omitted if the stack has others. Memory that was allocated before the snapshot began is not counted. A snapshot is a
-pickle, and a pickle can run code: read only your own.
+omitted if the stack has others. Memory that was allocated before the snapshot began is not in the table. A snapshot has
+the last events of a step, 200,000 if the profiler wrote it. A snapshot is a pickle, and a pickle can run code: read only
+your own.
 """
 
 from __future__ import annotations
@@ -22,24 +23,22 @@ FREED = "free_requested"
 
 
 def at_peak(events: Sequence[Mapping[str, Any]]) -> tuple[int, list[Mapping[str, Any]]]:
-    """Return the largest sum of bytes of `alloc` events that are not freed, and these events."""
-    live: dict[int, int] = {}
+    """Return the `alloc` events that are not freed at the peak, and the sum of their bytes."""
     total = most = last = 0
-    for i, event in enumerate(events):
+    for i, event in enumerate(events, 1):
         if event["action"] == "alloc":
-            live[event["addr"]] = event["size"]
             total += event["size"]
-            if total > most:
-                most, last = total, i
         elif event["action"] == FREED:
-            total -= live.pop(event["addr"], 0)  # not in `live` if allocated before the snapshot
-    held: dict[int, Mapping[str, Any]] = {}
-    for event in events[: last + 1 if most else 0]:
+            total -= event["size"]
+        if total > most:
+            most, last = total, i
+    live: dict[int, Mapping[str, Any]] = {}
+    for event in events[:last]:
         if event["action"] == "alloc":
-            held[event["addr"]] = event
+            live[event["addr"]] = event
         elif event["action"] == FREED:
-            held.pop(event["addr"], None)
-    return most, list(held.values())
+            live.pop(event["addr"], None)
+    return sum(event["size"] for event in live.values()), list(live.values())
 
 
 def place(frames: Iterable[Mapping[str, Any]], depth: int) -> str:

@@ -167,7 +167,7 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     callbacks = [clock] if args.recompute == "none" else [clock, ld.callbacks.ActivationRecompute(args.recompute)]
     if args.memory:
         callbacks.append(
-            ld.callbacks.MemoryProfiler(folder=args.memory, timeline=False, snapshot_steps=(warm, warm + 1))
+            ld.callbacks.MemoryProfiler(folder=args.memory / name, timeline=False, snapshot_steps=(warm, warm + 1))
         )
     trainer = pl.Trainer(
         accelerator=args.accelerator, devices=dist_ranks(), precision=args.precision, max_steps=steps, logger=False,

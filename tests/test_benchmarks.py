@@ -48,6 +48,9 @@ def test_peak_of_counts_what_is_live_at_the_peak() -> None:
         "| 5.5 | | all |",
     ]  # fmt: skip
     assert script["at_peak"]([]) == (0, [])
+    # the peak is before an older allocation is freed, though newer ones have more bytes afterwards
+    events = [event("alloc", 1, 4), event("free_requested", 9, 8), event("alloc", 2, 3)]
+    assert script["at_peak"](events) == (4, events[:1])
 
 
 # -- figures and their rows --------------------------------------------------------------------------------------------

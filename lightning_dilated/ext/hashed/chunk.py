@@ -92,7 +92,7 @@ class HashedChunk:
         """Compare the call on all ranks that share the stream."""
         if (group := self.stream.group) is not None:
             facts = {"call": "hashed heads of a chunk", "backward": backward, "options": tuple(self.options)}
-            facts |= {"shapes": [(*x.shape[:1], *x.shape[2:]) for x in self.tensors]}
+            facts |= {"shapes": [(*x.shape[:1], *x.shape[2:]) for x in self.tensors], **ranks.same_kind(self.tensors)}
             tokens, name = len(self.stream.shard.positions(self.number)), f"layer {self.layer}, chunk {self.number}"
             self.call = group.agree(facts, self.tensors[0].shape[1], call_id=name, later=True, chunk=tokens).number
 
@@ -160,7 +160,8 @@ class HashedChunk:
         results = torch.autograd.grad(outputs, [*inputs, *before], grads, allow_unused=True, materialize_grads=True)
         if self.stream.exact:
             self.carry.add_grads(index, results[len(inputs) :])
-        results = [x.contiguous() for x in results[: len(inputs)]]
+        # kernels return parts of longer tensors; a compiled block needs tensors of their own
+        results = [x.clone() if x.storage_offset() else x.contiguous() for x in results[: len(inputs)]]
         for i, x in enumerate(later[:2] if later else [], 1):
             total = results[i].to(x.dtype).flatten(0, 2)
             results[i] = total.index_add(0, left, x).view_as(results[i]).to(results[i].dtype)

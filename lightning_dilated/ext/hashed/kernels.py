@@ -6,10 +6,11 @@ program computes at most T (L / S + 2) tiles of rows. All programs together comp
 a tile of lookups covers the rows from its first `begin` to its last `end`, and this `begin` is at least the last `end`
 of the tile before, minus L. The cost is O(R T + Q (L + S)) for any codes.
 
-With w = exp(score - lse), G groups' chances c_g, match = sum of log max(c_g, FLOOR) and the gradients do, dlse, dmatch
-and dchance of the four results, the gradients are, for each pair of a lookup and a row that it reads:
+With w = exp(score - lse), G groups' chances c_g, match = sum of log max(c_g, FLOOR), and the gradients do, dmatch and
+dchance of the results that a query has from all its lookups, the gradients are, for each pair of a lookup and a row that
+it reads:
 
-    ds = w (do.v - do.out + dlse)          dq += scale ds k       dk += scale ds q       dv += w do
+    ds = w (do.v - do.out)                 dq += scale ds k       dk += scale ds q       dv += w do
     dm = ds (with code_scores) + w dmatch + dchance exp(match - chance)
     d chance_q_g += dm / c_g chance_k_g    d chance_k_g += dm / c_g chance_q_g           if c_g >= FLOOR, else 0
 
@@ -59,7 +60,7 @@ class Lists(NamedTuple):
     Attributes:
         index: (Q,) integers, the indices of the lookups, P times a query's index plus the number of the probe.
         begin, end: (Q,) int32, the range of `rows` that a lookup reads; both never decrease.
-        rows: (R,) integers, the token of each row.
+        rows: (R,) integers, the index of each row in k and v.
         reach: largest number of rows that a lookup reads.
     """
 
@@ -424,8 +425,10 @@ class Call:
 
     Attributes:
         inputs: tensors with stride 1 in the last dimension; the chances are contiguous and fp32.
-        read: the lookups that read rows.
-        probes, scale, code_scores, floor: see `Lookup`.
+        read: the lookups that are computed.
+        probes: P.
+        scale, code_scores: see `hashed_attention`.
+        floor: smaller chances are raised to this number; see `FLOOR`.
     """
 
     inputs: Inputs
@@ -467,7 +470,7 @@ def forward(call: Call, results: Sequence[Tensor]) -> None:
 class Numbers(NamedTuple):
     """The numbers of each lookup and query head that gradients need; or of each query, which all its lookups share."""
 
-    delta: Tensor  # do.out - dlse
+    delta: Tensor  # do.out
     lse: Tensor
     chance: Tensor  # without query heads, as d_chance
     d_match: Tensor

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_dilated.ext.hashed.lookup import Inputs, Lookup
+from lightning_dilated.ext.hashed.lookup import Inputs, Lookup, why_not
 from lightning_dilated.ext.hashed.order import Entries, merge
 from lightning_dilated.ext.hashed.rows import HashedRows
 from lightning_dilated.sequence.exchange.transport import Block, Traffic, Wire, joined
@@ -123,7 +123,7 @@ def agree(
     facts = {
         "call": "hashed_attention",
         "shapes": [(*x.shape[:1], *x.shape[2:]) for x in tensors],
-        "dtypes": [x.dtype for x in tensors],
+        **same_kind(tensors),
         "requires grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors],
         **dict(zip(names, options, strict=True)),
         "lengths": None if lengths is None else lengths.tolist(),
@@ -132,6 +132,13 @@ def agree(
     agreed = group.agree(facts, tensors[0].shape[1])
     shard = group.shard(agreed.seq_len)
     return agreed.number, shard, local_positions(shard, group.rank, tensors[0].device)
+
+
+def same_kind(tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Return facts about a call's tensors that decide what ranks send."""
+    q, logits = tensors[0], tensors[3]
+    compiled = why_not(q, logits, torch.promote_types(q.dtype, torch.float32)) is None
+    return {"dtypes": [x.dtype for x in tensors], "computed by": "kernels" if compiled else "torch"}
 
 
 def local_positions(shard: Shard, rank: int, device: torch.device) -> Tensor:
@@ -162,12 +169,10 @@ class Routes(NamedTuple):
 
     rows: Route
     lookups: Route
-    row_ids: Tensor  # (rows to send, 2) int64, key and position
-    lookup_ids: Tensor  # (lookups to send, 2)
     results: Tensor  # (lookups to send,), the index in a flattened (B, N, K, P)
 
     def there(self) -> list[Route]:
-        """Return the routes of the tensors of `Inputs`, of `row_ids` and of `lookup_ids`."""
+        """Return the routes of the tensors of `Inputs`, and of the ids of rows and of lookups."""
         ids = [Route(None, route.sends, route.receives) for route in (self.rows, self.lookups)]
         return [self.lookups, self.rows, self.rows, self.lookups, self.rows, *ids]
 
@@ -184,9 +189,9 @@ def move(
     return [joined(x, block.rows) for x, block in zip(posted.wait(), blocks, strict=True)]
 
 
-def agree_backward(place: Place) -> None:
+def agree_backward(group: SequenceGroup, number: int) -> None:
     """Compare on all ranks which call's backward begins."""
-    place.group.agree({"call": f"backward of hashed_attention, call {place.number}"})
+    group.agree({"call": f"backward of hashed_attention, call {number}"})
 
 
 class Exchange(torch.autograd.Function):
@@ -194,7 +199,8 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, place: Place, routes: Sequence[Route], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.place, ctx.routes, ctx.like = place, routes, [(len(x), x.dtype) for x in tensors]
+        ctx.group, ctx.number = place.group, place.number
+        ctx.routes, ctx.like = routes, [(len(x), x.dtype) for x in tensors]
         received = tuple(move(place.group, place.group.forward_traffic, "hashed rows", routes, tensors))
         ctx.mark_non_differentiable(*(x for x in received if not x.is_floating_point()))
         return received
@@ -202,10 +208,10 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        agree_backward(place := ctx.place)
+        agree_backward(group := ctx.group, ctx.number)
         numbers = [i for i, (_, dtype) in enumerate(ctx.like) if dtype.is_floating_point]
         routes, grads = [ctx.routes[i].back() for i in numbers], [grads[i] for i in numbers]
-        moved = move(place.group, place.group.backward_traffic, "gradients of hashed rows", routes, grads)
+        moved = move(group, group.backward_traffic, "gradients of hashed rows", routes, grads)
         results: list[Any] = [None] * len(ctx.like)
         for i, grad in zip(numbers, moved, strict=True):
             (length, dtype), index = ctx.like[i], ctx.routes[i].index
@@ -238,9 +244,8 @@ def look_up(
     place: Place, entries: Entries, reach: int, block: int, settings: tuple[float, bool], inputs: Inputs
 ) -> tuple[list[Tensor], Tensor]:
     """Return the `Reads` of this rank's lookups, (B N K P, ...), and the number of rows that each lookup reads."""
-    routes = find_routes(place, entries, reach)
-    tensors = *inputs, routes.row_ids, routes.lookup_ids
-    *received, row_ids, lookup_ids = Exchange.apply(place, routes.there(), *tensors)
+    routes, ids = find_routes(place, entries, reach)
+    *received, row_ids, lookup_ids = Exchange.apply(place, routes.there(), *inputs, *ids)
     order = merge(received_entries(row_ids, lookup_ids), reach, block)
     read = Lookup.apply(order, 1, settings, *received)
     back = Exchange.apply(place, (routes.lookups.back(),) * 5, *read, order.counts(len(lookup_ids))[:, None])
@@ -276,8 +281,11 @@ def lexical(keys: Tensor, positions: Tensor) -> Tensor:
     return first[keys[first].argsort(stable=True)]
 
 
-def find_routes(place: Place, entries: Entries, reach: int) -> Routes:
-    """Cut the sorted list of all ranks, and return this rank's routes. Collective; the host waits for the counts."""
+def find_routes(place: Place, entries: Entries, reach: int) -> tuple[Routes, tuple[Tensor, Tensor]]:
+    """Cut the sorted list of all ranks; return this rank's routes, and the keys and positions of what it sends.
+
+    Keys and positions (n, 2) are int64, of rows and of lookups. Collective; the host waits for the counts.
+    """
     if place.earlier is not None and not len(entries.keys):  # a rank without tokens, too, has rows that others read
         entries = only_rows(place.earlier.keys, entries.number)
     is_row, tokens, keys = entries.is_row, entries.queries, entries.keys.long()
@@ -311,13 +319,12 @@ def find_routes(place: Place, entries: Entries, reach: int) -> Routes:
     row_ids, lookup_entries = ids[is_row], (~is_row).nonzero().flatten()
     spans = [slice(start - n, stop) for start, stop, n in zip(starts, stops, wanted, strict=True)]
     sent = torch.cat([entries.rows[x] for x in spans])
-    return Routes(
+    routes = Routes(
         Route(sent, _counts(x.stop - x.start for x in spans), _counts(map(sum, zip(rows, halo, strict=True)))),
         Route(tokens[lookup_entries], _counts(asked), _counts(queries)),
-        torch.cat([row_ids[x] for x in spans]),
-        ids[lookup_entries],
         entries.lookups[lookup_entries],
     )
+    return routes, (torch.cat([row_ids[x] for x in spans]), ids[lookup_entries])
 
 
 def find_positions(place: Place, entries: Entries) -> tuple[Tensor, Tensor]:
@@ -373,7 +380,8 @@ def planned_bytes(
         samples: number of this rank's samples.
         latest: number of rows that a rank offers for each part: L, or the largest number of tokens on a rank if less.
         sent, received: numbers of rows and of lookups that this rank sends to other ranks, and receives from them.
-        kernels: whether kernels compute the call. Its backward sends the gradient of a query's output to each lookup.
+        kernels: whether kernels compute the call. Their backward sends the gradient of the query's output and 3 g + 2
+            numbers in fp32 to each lookup.
     """
     width = lambda *tensors: sum(x.shape[1:].numel() * x.element_size() for x in tensors)  # noqa: E731
     q, k, v, chance_q, chance_k = inputs

@@ -1,7 +1,7 @@
 """Triton kernels of hashed attention over tokens: codes and chances, sorted lists, and the merge of lookups.
 
-They read each tensor once. With `kernels.py`, they compute a call without a wait of the host, because the host knows
-the sizes of all tensors from the numbers of tokens.
+They read each tensor once. With `kernels.py`, they compute a call of one rank without a wait of the host, because the
+host knows the sizes of all tensors from the numbers of tokens.
 
 Shape letters: B batch, N tokens, K kv heads, R = B N K rows, g query heads for each kv head, D head dim, G groups of M
 codes, P lookups for each query, E entries (rows and lookups), L latest rows.
@@ -296,7 +296,9 @@ def code(
 def listed(
     keys: Tensor, entry: Tensor, probes: int, earlier: int, own: bool, reach: int, number: int
 ) -> tuple[Lists, Tensor]:
-    """Return the lists of sorted entries, and how many rows each of `number` lookups reads, without those not listed.
+    """Return the lists of sorted entries, and how many rows each of `number` lookups reads.
+
+    A lookup that is not listed gets no number.
 
     Args:
         keys, entry: (E,), the keys in sorted order and the index of each entry. The first `earlier` indices are rows.

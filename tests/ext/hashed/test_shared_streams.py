@@ -120,7 +120,7 @@ def traffic(rank, group, case, chunk):
         sent, planned = [], []
 
         def note(more, runs_back):
-            place, _, reach, routes = calls[-1]
+            place, _, reach, (routes, _) = calls[-1]
             moved = [[others(x) for x in (routes.rows[i], routes.lookups[i])] for i in (1, 2)]
             samples, latest = -(-place.entries[rank] // place.step), min(reach, place.longest)
             forward, backward = ranks.planned_bytes(

@@ -34,7 +34,7 @@ LEAST, MOST = 2048, 8192
 #: 4 groups of 16 codes, that read up to 64 rows: seconds of the kernels of lookups, and of sorts, sums and copies. The
 #: op's backward computes the forward again (benchmarks/results/2026-11-28_h200_hashed.md, 1,048,576 tokens)
 KERNELS, PASSES = (1.50e-3, 6.84e-3), (1.09e-3, 2.60e-3)
-#: the same of a call that ranks share or that reads rows of earlier chunks, before kernels had smaller tiles
+#: the same of a call that ranks share or that reads rows of earlier chunks, before one function of kernels computed it
 SHARED_KERNELS, SHARED_PASSES = (2.05e-3, 11.28e-3), (7.03e-3, 13.78e-3)
 ENTRIES, FEATURES, ROWS = 3 << 20, 128, BLOCK + 64
 
