@@ -56,9 +56,9 @@ def fit_on_rank(rank, group, folder):
 
 
 @pytest.fixture(scope="module")
-def dealt(tmp_path_factory):
+def distributed(tmp_path_factory):
     """The same as `made`, from ring_dilated_fsdp on two ranks, where Lightning's lightning.ckpt is a folder."""
-    folder = tmp_path_factory.mktemp("dealt")
+    folder = tmp_path_factory.mktemp("distributed")
     pool = Pool(2)
     tensors = pool.run(2, fit_on_rank, str(folder))[0]
     pool.close()
@@ -76,7 +76,7 @@ SOURCES = ["parts", "parts/step-00000002", "lightning.ckpt"]
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("kind", ["made", "dealt"])
+@pytest.mark.parametrize("kind", ["made", "distributed"])
 def test_a_file(request, cli, tmp_path, kind, source):
     folder, want = request.getfixturevalue(kind)
     result = cli("consolidate", folder / source, "--out", tmp_path / "a" / "b.safetensors")
@@ -92,7 +92,7 @@ def test_a_file(request, cli, tmp_path, kind, source):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("kind", ["made", "dealt"])
+@pytest.mark.parametrize("kind", ["made", "distributed"])
 def test_a_folder(request, cli, tmp_path, kind, source):
     """The output folder equals the folder that save_pretrained writes."""
     folder, want = request.getfixturevalue(kind)
@@ -167,9 +167,9 @@ class Harm:
         return open, ("harmed", "w")
 
 
-def test_a_folder_runs_no_code(made, dealt, cli, tmp_path):
+def test_a_folder_runs_no_code(made, distributed, cli, tmp_path):
     for name in (".metadata", "meta.pt"):
-        shutil.copytree(dealt[0] / "lightning.ckpt", tmp_path / name)  # without a manifest, there is no checksum
+        shutil.copytree(distributed[0] / "lightning.ckpt", tmp_path / name)  # without a manifest, there is no checksum
         (tmp_path / name / name).write_bytes(pickle.dumps({"state_dict_metadata": Harm()}))
         one_line(
             cli("consolidate", tmp_path / name, "--out", "x.safetensors"),

@@ -236,7 +236,7 @@ def _gradients_on_ranks(
 
 
 def _placed(x: Tensor, index: Tensor, number: int) -> Tensor:
-    """Return `number` rows, of which those at `index` are x; the other rows, of padding, are not initialized."""
+    """Return `number` rows: x at `index`. All other rows belong to padding and are not initialized."""
     return x.new_empty(number, *x.shape[1:]).index_copy_(0, index, x)
 
 

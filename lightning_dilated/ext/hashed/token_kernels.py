@@ -305,8 +305,8 @@ def listed(
             The indices after them are each token's row, if `own`, and its P lookups.
     """
     kinds, size = own + probes, len(entry)
-    is_row = entry < earlier
-    if own:
+    is_row = entry < earlier if earlier or not own else entry % kinds == 0
+    if own and earlier:
         is_row |= (entry - earlier) % kinds == 0
     before = is_row.cumsum(0, dtype=torch.int32)
     tokens = (size - earlier) // kinds
