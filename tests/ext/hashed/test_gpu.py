@@ -13,6 +13,7 @@ from lightning_dilated.ext.hashed import lookup
 
 from ...examples import examples
 from .cases import NAMES, Case, cases, compare
+from .test_streams import check_chunks
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +73,14 @@ def test_kernels_equal_float64_with_equal_bits(name, dtype):
     got, again = (computed(case, by_kernels) for _ in range(2))
     assert all(torch.equal(x, again[name]) for name, x in got.items())
     compare(got, computed(case, in_float64), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", ["as in a model", "wide heads", "odd sizes", "soft"])
+def test_chunks_equal_the_oracle(name, dtype):
+    """Both passes of a stream compute each chunk, with equal bits."""
+    with by_kernels():
+        check_chunks(replace(CALLS[name], dtype=dtype), 200, TOLERANCES[dtype], "cuda")
 
 
 @pytest.mark.parametrize("equal", [False, True])

@@ -34,16 +34,17 @@ SOFT = {"hashed": {**HASHED_OPTIONS, "soft_until": 64}}
 class Chunks:
     """The calls of a case in chunks of C tokens, with losses of the labelled queries; `group`: see `Stream.begin`."""
 
-    def __init__(self, case, chunk, truncate=False, group=None):
+    def __init__(self, case, chunk, truncate=False, group=None, device="cpu"):
         self.case, self.terms, self.stream = case, LossTerms(WEIGHTS), Stream()
-        self.labelled = torch.rand(case.batch, case.seq_len, generator=torch.Generator().manual_seed(9)) < 0.7
+        labelled = torch.rand(case.batch, case.seq_len, generator=torch.Generator().manual_seed(9)) < 0.7
+        self.labelled = labelled.to(device)
         self.stream.begin(case.seq_len, chunk, not truncate, group)
         self.positions = [p for i in range(self.stream.chunks) for p in self.stream.tokens(i)]
         scale = case.dim**-0.5 if case.scale is None else case.scale
         self.spec = encode(case.latest, case.probes, scale, case.soft, self.stream.name)
         words = case.settings()
-        tensor = lambda name: None if name not in words else torch.tensor(words[name], dtype=torch.int32)  # noqa: E731
-        self.documents = tensor("lengths"), tensor("cu_seqlens")
+        documents = (words.get(name) for name in ("lengths", "cu_seqlens"))
+        self.documents = [x and torch.tensor(x, dtype=torch.int32, device=device) for x in documents]
 
     def attend(self, tensors, i):
         """Return the output of chunk i, and its tensors, with padding of NaN."""
@@ -93,13 +94,13 @@ def by_definition(case, tensors, grad, labelled):
     return {"out": out.detach()} | {f"d {name}": x for name, x in zip(NAMES, grads, strict=True)}
 
 
-def check_chunks(case, chunk, tol=1e-10):
+def check_chunks(case, chunk, tol=1e-10, device="cpu"):
     case = replace(case, code_scores=not case.soft)
-    tensors, chunks = case.tensors(), Chunks(case, chunk)
+    tensors, chunks = case.tensors(), Chunks(case, chunk, device=device)
     grad = weights(tensors[0].shape, 0)
-    got = chunks.run(tensors, grad)
-    got["out"] = got["out"].double()
-    compare(got, by_definition(case, tensors, grad, chunks.labelled), tol)
+    got = chunks.run([x.detach().to(device) for x in tensors], grad.to(device))
+    got = {name: x.double().cpu() for name, x in got.items()}
+    compare(got, by_definition(case, tensors, grad, chunks.labelled.cpu()), tol)
     return chunks
 
 
