@@ -45,6 +45,8 @@ from lightning_dilated.sequence.exchange.transport import TrafficLog, mark, seco
 WARM = 2**22
 #: number of steps of a trace
 PROFILED = 3
+#: the rank that prints rows
+PRINTS = 0
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -188,7 +190,7 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     took, peak, forward, backward, exposed = slowest.tolist()
     loss = clock.loss.clone()  # the shares of the ranks sum to the loss
     dist.all_reduce(loss)
-    if trainer.global_rank == 0:
+    if trainer.global_rank == PRINTS:
         plan, layout = trainer.strategy.sequence.plan, trainer.strategy.sequence.layout
         widest = (
             f"dense in 1 of {args.hybrid}, {layout}" if args.hybrid else f"{tokens * (args.of or trainer.world_size):,}"
@@ -212,7 +214,7 @@ def dist_ranks() -> int:
 def main() -> None:
     """Print a row for each number of tokens."""
     args = options()
-    if int(os.environ.get("RANK", 0)) == 0:
+    if int(os.environ.get("RANK", 0)) == PRINTS:
         print(
             "| GPUs | tokens of each | widest segment | strategy | exchange, head_size | recompute | ms | thousand tokens/s "
             "of each | of all | exposed ms | received MB forward | backward | peak GiB | loss |\n" + "|---" * 14 + "|"

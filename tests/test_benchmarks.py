@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def test_peak_of_counts_what_is_live_at_the_peak() -> None:
     # the peak is before an older allocation is freed, though newer ones have more bytes afterwards
     events = [event("alloc", 1, 4), event("free_requested", 9, 8), event("alloc", 2, 3)]
     assert script["at_peak"](events) == (4, events[:1])
+
+
+@pytest.mark.slow
+def test_one_rank_runs_without_the_others():
+    """A rank of four: its exchange sends and receives, and its steps end."""
+    sizes = "--tokens 2048 --dim 32 --depth 1 --heads 2 --hybrid 1 --layout zigzag --no-compile --precision 32-true"
+    options = f"--ranks 4 --rank 1 {sizes} --warm 1 --steps 1 --accelerator cpu".split()
+    script = [sys.executable, str(ROOT / "one_rank.py"), *options]
+    run = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    rows = [x.split(" | ") for x in run.stdout.splitlines() if x.startswith("| 4 |")]
+    assert len(rows) == 1 and all(float(x) > 0 for x in rows[0][10:12]), run.stdout + run.stderr[-2000:]
 
 
 # -- figures and their rows --------------------------------------------------------------------------------------------
