@@ -4,10 +4,10 @@
     python benchmarks/one_rank.py --ranks 2 --rank 1 --tokens 65536 --decoder 1.3B --recompute block \\
         --strategy ring_dilated_fsdp --layout zigzag --warm 1 --steps 1 --memory FOLDER
 
-torch's fake process group moves no bytes. The rank allocates, packs, sends and computes as among N ranks, but received
-rows have any values, and losses mean nothing. Options except --ranks and --rank are those of `weak_scaling.py`. The
-columns of exposed time and received bytes count what the rank asked for. One step takes as long as the rank's own work:
-it does not wait for ranks that have more.
+torch's fake process group moves no bytes. The rank allocates, packs and computes as one of N ranks. Received rows are
+uninitialized memory, so the loss means nothing and may be nan. The columns of received bytes have what the rank asked
+for. Nothing waits, so exposed time is near 0, and a step takes as long as the rank's own work. NCCL's memory is not
+counted. Options except --ranks and --rank are those of `weak_scaling.py`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
     p.add_argument("--ranks", type=int, required=True)
     p.add_argument("--rank", type=int, default=0, help="the rank that runs")
     a, others = p.parse_known_args(argv)
+    if a.ranks < 1:
+        p.error(f"--ranks must be at least 1, got {a.ranks}.")
     if not 0 <= a.rank < a.ranks:
-        p.error(f"--rank must be in 0..{a.ranks - 1}, got {a.rank}.")
+        p.error(
+            f"--rank must be in 0..{a.ranks - 1} for --ranks {a.ranks}, got {a.rank}: lower --rank or raise --ranks."
+        )
     return a, others
 
 
@@ -49,7 +53,10 @@ class Done:
 
 
 def with_own_gradients(init: Callable[..., None]) -> Callable[..., None]:
-    """Return DDP's `__init__`, after which the mean of all ranks' gradients is this rank's gradient."""
+    """Return DDP's `__init__`, after which the mean of all ranks' gradients is this rank's gradient.
+
+    DDP's own hook refuses the result of a fake all-reduce.
+    """
 
     def made(self: DistributedDataParallel, *values: Any, **options: Any) -> None:
         init(self, *values, **options)

@@ -56,13 +56,14 @@ def test_peak_of_counts_what_is_live_at_the_peak() -> None:
 
 @pytest.mark.slow
 def test_one_rank_runs_without_the_others():
-    """A rank of four: its exchange sends and receives, and its steps end."""
+    """A rank of four asks for rows in both passes, and its steps end."""
     sizes = "--tokens 2048 --dim 32 --depth 1 --heads 2 --hybrid 1 --layout zigzag --no-compile --precision 32-true"
     options = f"--ranks 4 --rank 1 {sizes} --warm 1 --steps 1 --accelerator cpu".split()
     script = [sys.executable, str(ROOT / "one_rank.py"), *options]
     run = subprocess.run(script, capture_output=True, text=True, timeout=120)
     rows = [x.split(" | ") for x in run.stdout.splitlines() if x.startswith("| 4 |")]
-    assert len(rows) == 1 and all(float(x) > 0 for x in rows[0][10:12]), run.stdout + run.stderr[-2000:]
+    assert run.returncode == 0 and len(rows) == 1, run.stdout + run.stderr[-2000:]
+    assert all(float(x) > 0 for x in rows[0][10:12])
 
 
 # -- figures and their rows --------------------------------------------------------------------------------------------

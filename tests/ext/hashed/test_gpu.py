@@ -78,14 +78,14 @@ def test_kernels_equal_float64_with_equal_bits(name, dtype):
 #: short, since the oracle runs on the CPU
 CHUNKED = {
     **{name: CALLS[name] for name in ("wide heads", "odd sizes", "soft")},
-    "as in a model": Case((700, 333), padding=3, group=1, dim=64, groups=2, codes=4, latest=64, probes=2),
+    "heads of 64": Case((700, 333), padding=3, group=1, dim=64, groups=2, codes=4, latest=64, probes=2),
 }
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", CHUNKED)
 def test_chunks_equal_the_oracle(name, dtype):
-    """Both passes of a stream compute each chunk, with equal bits."""
+    """Chunks except the last have equal bits in both passes of a stream."""
     with by_kernels():
         check_chunks(replace(CHUNKED[name], dtype=dtype), 200, TOLERANCES[dtype], "cuda")
 
