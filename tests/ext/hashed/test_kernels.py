@@ -45,12 +45,10 @@ def equal(interpreter, case, *sizes):
 
 
 SIZES = st.sampled_from([4, 16])
-CALLS = given(
-    case=cases(), dtype=st.sampled_from([torch.float32, torch.float16]), tile=st.tuples(SIZES, SIZES), part=SIZES
-)
+OPTIONS = {"dtype": st.sampled_from([torch.float32, torch.float16]), "tile": st.tuples(SIZES, SIZES), "part": SIZES}
 
 
-@CALLS
+@given(case=cases(5), **OPTIONS)
 @settings(max_examples=examples(4), deadline=None)
 def test_any_call(interpreter, case, dtype, tile, part):
     """Compute with tiles of several sizes. Programs sum over few lookups, so tiles of rows have several programs."""
@@ -58,7 +56,7 @@ def test_any_call(interpreter, case, dtype, tile, part):
 
 
 @pytest.mark.slow
-@CALLS
+@given(case=cases(), **OPTIONS)
 @settings(max_examples=examples(100), deadline=None)
 def test_many_calls(interpreter, case, dtype, tile, part):
     equal(interpreter, replace(case, dtype=dtype), tile, part)

@@ -49,13 +49,18 @@ def check(pool, size, case, chunk, samples=ranks.SAMPLES, run=attend):
     compare(got | {"d null": sum(x["d null"] for _, x in parts)}, want, TOLERANCES[case.dtype])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@given(case=cases(), chunk=st.integers(1, 12), samples=st.sampled_from([1, ranks.SAMPLES]))
-@settings(max_examples=examples(40), deadline=None)
-def test_any_call(pool, size, case, chunk, samples):
+def any_call(pool, size, case, chunk, samples):
     """Documents and padding, several kv heads, ties, soft lookups; some ranks have no tokens of a chunk."""
     assume(case.seq_len)
     check(pool, size, case, chunk, samples)
+
+
+random_calls = given(case=cases(), chunk=st.integers(1, 12), samples=st.sampled_from([1, ranks.SAMPLES]))
+sizes = pytest.mark.parametrize("size", [1, 2, 3, 4])
+test_any_call = sizes(settings(max_examples=examples(12), deadline=None)(random_calls(any_call)))
+test_any_call_often = pytest.mark.slow(
+    sizes(settings(max_examples=examples(80), deadline=None)(random_calls(any_call)))
+)
 
 
 @pytest.mark.parametrize(
