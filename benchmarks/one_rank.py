@@ -22,6 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 import weak_scaling
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -78,7 +79,8 @@ def alone(ranks: int, rank: int) -> None:
     }  # fmt: skip
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     new_group = dist.new_group
-    dist.new_group = lambda members=None, *unused, **options: new_group(members, backend="fake")
+    # torch's own functions call the second name; DDP's sums of gradients ask for NCCL
+    dist.new_group = c10d.new_group = lambda members=None, *unused, **options: new_group(members, backend="fake")
     dist.all_to_all_single = lambda *unused, **options: Done()  # the fake one refuses a rank that only receives
     dist.broadcast_object_list = lambda *unused, **options: None
     DistributedDataParallel.__init__ = with_own_gradients(DistributedDataParallel.__init__)

@@ -162,6 +162,8 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     # compilation started a process per core, which take seconds to start and slow down the ranks
     warm = max(2, WARM // tokens) if args.warm is None else args.warm
     name = f"{tokens}-{dist_ranks()}-{args.of or dist_ranks()}"
+    if args.profile:
+        args.profile.mkdir(parents=True, exist_ok=True)
     clock = Watch(warm, args.steps, args.wait, args.profile and args.profile / name)
     steps = warm + args.steps + 1 + (PROFILED if args.profile else 0)
     kind = ld.RingDilatedStrategy if args.strategy == "ring_dilated" else ld.RingDilatedFSDPStrategy

@@ -97,12 +97,18 @@ def weights(shape: torch.Size, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 + seed), dtype=torch.float64)
 
 
-def compare(got: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10) -> None:
-    """Assert that counts are equal, and that other results differ by at most `tol` times the largest value."""
+def compare(
+    got: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10, summed: dict[str, float] | None = None
+) -> None:
+    """Assert that counts are equal, and that other results differ by at most `tol` times the largest value.
+
+    A result in `summed` may nearly cancel. Its tolerance is relative to its terms: the root of the sum of their squares.
+    """
     assert got.keys() == want.keys()
     for name, x in want.items():
         assert got[name].shape == x.shape, name
-        allowed = 0 if name == "rows" else tol * max(1.0, x.abs().max().item() if x.numel() else 0.0)
+        size = max(1.0, x.abs().max().item() if x.numel() else 0.0, (summed or {}).get(name, 0.0))
+        allowed = 0 if name == "rows" else tol * size
         torch.testing.assert_close(got[name], x, rtol=0, atol=allowed, msg=lambda text, name=name: f"{name}: {text}")
 
 
