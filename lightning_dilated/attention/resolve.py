@@ -192,9 +192,13 @@ def local_executor(
     spec: CallSpec, request: Request, window: HeadWindow, parts: Sequence[Span], shape: Sequence[int],
     max_triton_pairs: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Call, Executor]:  # fmt: skip
-    """Return the `Call` and the executor for a rank's parts of documents in tensors of `shape` (B, N, H, D)."""
+    """Return the `Call` and the executor for a rank's parts of documents in tensors of `shape` (B, N, H, D).
+
+    `request.block_flops` counts only if the parts have no block.
+    """
     if spec.engine == "auto" and request.device.type == "cuda":
-        request = replace(request, block_flops=block_flops(window, spec.causal, parts, shape))
+        flops = block_flops(window, spec.causal, parts, shape, request.block_flops)
+        request = replace(request, block_flops=flops)
     engine = choose(spec.engine, request).engine
     call = Call(engine, window, spec.causal, spec.scale, max_triton_pairs=max_triton_pairs)
     return call, executors.choose(call, parts, Layout(shape, request.dtype, request.device, spec.dropout > 0))

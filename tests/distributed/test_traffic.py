@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention import dilated_attention, ranks, resolve
+from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.ext.profiling.planned import collectives, moved
 from lightning_dilated.ext.profiling.traffic import summary
 from lightning_dilated.pattern import DilatedPattern
@@ -102,3 +103,24 @@ def test_a_switch_takes_two_collectives_a_pass(pool):
         assert moves == [(run, x.what, sum(x.bytes("sends", rank).values())) for run, x in planned]
         assert [x for _, x, _ in moves] == ["rows", "outputs", "outputs", "gradients"]
         assert all(x.as_planned for x in sums if x.what != "all")
+
+
+def chosen_for(rank, group, exchange):
+    """Return the FLOPs of a block by which a GPU would choose the engine of a dense call."""
+    chosen = []
+
+    def choose(spec, request, window, parts, shape, *more):
+        chosen.append(block_flops(window, spec.causal, parts, shape, request.block_flops))
+        return resolve.local_executor(spec, request, window, parts, shape, *more)
+
+    with pytest.MonkeyPatch.context() as patch, sequence(group, exchange=exchange) as ours:
+        patch.setattr(ranks, "local_executor", choose)
+        x = torch.ones(1, 8, 2, DIM)
+        dilated_attention(x, x, x, DilatedPattern([(None, 1)]), causal=True, sequence=ours)
+    return chosen
+
+
+def test_owned_segments_choose_the_engine_of_a_rank_without_whole_segments(pool):
+    """A switch had no local blocks, of 0 FLOPs, so that GPUs took the engine of small blocks for long segments."""
+    assert pool.run(2, chosen_for, "switch") == [[14 * DIM * 16 * 16 / 2]] * 2
+    assert pool.run(2, chosen_for, "gather") == [[14 * DIM * 2 * 8 * 9 / 2]] * 2

@@ -56,8 +56,13 @@ def fits(spans: Sequence[Span], shape: Sequence[int]) -> bool:
     return all(span.batches * span.length * shape[2] * shape[3] <= LIMIT for span in spans)
 
 
-def block_flops(window: HeadWindow, causal: bool, spans: Sequence[Span], shape: Sequence[int]) -> float:
-    """Return a block's mean FLOPs, forward and backward, in a (B, N, H, D) call; inf if blocks cannot be grouped."""
+def block_flops(
+    window: HeadWindow, causal: bool, spans: Sequence[Span], shape: Sequence[int], joint: float = math.inf
+) -> float:
+    """Return a block's mean FLOPs, forward and backward, in a (B, N, H, D) call; inf if blocks cannot be grouped.
+
+    If the spans have no block, return `joint`, the mean of blocks with rows of other ranks.
+    """
     pattern = without_global(window.pattern)  # blocks of global tokens are computed one by one
     if not spans or not fits(spans, shape) or pattern is None:
         return math.inf
@@ -68,7 +73,7 @@ def block_flops(window: HeadWindow, causal: bool, spans: Sequence[Span], shape: 
         pairs, calls, rows = pairs + span.batches * span_pairs, calls + span_calls, rows + span.batches * span_rows
     if rows * shape[3] > fused.OVERLAP * math.prod(shape):
         return math.inf
-    return 14 * shape[3] * pairs / max(1, calls)
+    return 14 * shape[3] * pairs / calls if calls else joint
 
 
 @functools.lru_cache(maxsize=4096)

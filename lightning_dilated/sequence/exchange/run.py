@@ -89,6 +89,10 @@ class Compiled:
     carried: int = 0
     ready: list[Batch] = field(default_factory=list)
 
+    @property
+    def batches(self) -> list[Batch]:
+        return [*self.ready, *(batch for step in self.rounds for batch in step.batches)]
+
 
 def compile_program(
     problem: Problem, rank: int, program: Program, device: torch.device, carried: Sequence[CarriedRange] = ()
@@ -125,8 +129,7 @@ def _renumbered(
     """Copy indices to a device. If few rows are used, replace row numbers by numbers within the used rows."""
     samples = max((d.sample + d.samples for d in problem.documents), default=0)
     sizes = lambda x: (samples * x.length * (x.heads[1] - x.heads[0]), x.length, x.heads[1] - x.heads[0])  # noqa: E731
-    all_batches = [*compiled.ready, *(b for x in compiled.rounds for b in x.batches)]
-    query_rows, numbers = select_rows([b.queries for b in all_batches], *sizes(queries))
+    query_rows, numbers = select_rows([b.queries for b in compiled.batches], *sizes(queries))
     key_rows, key_numbers = select_rows([x.gradients.packing.own for x in compiled.rounds], *sizes(own))
     query_numbers, rounds = iter(numbers), []
     ready = [replace(batch, queries=next(query_numbers)).to(device) for batch in compiled.ready]
@@ -305,8 +308,7 @@ class BackwardRun(Run):
         """Yield one arrival with all batches if the rows were saved; otherwise (ring) one arrival for each round."""
         if self.compiled.keep:
             self._grads = self._store(self._sum.new_zeros, self._carried)
-            later = (batch for step in self.compiled.rounds for batch in step.batches)
-            yield Arrival([*self.compiled.ready, *later], self.rows, self._grads)
+            yield Arrival(self.compiled.batches, self.rows, self._grads)
             if self.compiled.rounds:
                 self._return_all()
             return
