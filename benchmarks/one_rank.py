@@ -4,10 +4,10 @@
     python benchmarks/one_rank.py --ranks 2 --rank 1 --tokens 65536 --decoder 1.3B --recompute block \\
         --strategy ring_dilated_fsdp --layout zigzag --warm 1 --steps 1 --memory FOLDER
 
-torch's fake process group moves no bytes. The rank allocates, packs and computes as one of N ranks. All received bytes
-are `RECEIVED`, so the loss means nothing. The columns of received bytes have what the rank asked
-for. Nothing waits, so exposed time is near 0, and a step takes as long as the rank's own work. NCCL's memory is not
-counted. All options except --ranks and --rank go to `weak_scaling.py`.
+torch's fake process group moves no bytes. The rank allocates, packs and computes as one of N ranks. Received rows are
+random numbers, so the loss means nothing. The columns of received bytes have what the rank asked for. Nothing waits, so
+exposed time is near 0, and a step takes as long as the rank's own work. NCCL's memory is not counted. All
+options except --ranks and --rank go to `weak_scaling.py`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
     return a, others
 
 
-#: a received byte: numbers of bf16 and fp32 are 0.0115. A GPU computes NaN faster than numbers, because it needs less power
-RECEIVED = 0x3C
-
-
 class Done:
     """The work of a collective that moved nothing."""
 
@@ -58,8 +54,12 @@ class Done:
 
 
 def receive(rows: torch.Tensor, *unused: Any, **options: Any) -> Done:
-    """Fill `rows`, bytes, in place of `dist.all_to_all_single`."""
-    rows.fill_(RECEIVED)
+    """Fill `rows`, bytes, with small random numbers of bf16 or fp32, in place of `dist.all_to_all_single`.
+
+    With uninitialized memory, ranks that computed with NaN were up to 11 % faster than one GPU.
+    """
+    flat = rows.flatten()
+    flat[: len(flat) // 2 * 2].view(torch.bfloat16).normal_(std=0.01)
     return Done()
 
 

@@ -157,8 +157,7 @@ def _shared(
 
 def joint_flops(route: Compiled | CompiledSwitch | None, head_dim: int) -> float:
     """Return the mean FLOPs, forward and backward, of a rank's batches with rows of other ranks; inf without a batch."""
-    batches = [] if route is None else route.batches
-    pairs = [x.queries.numel() * x.keys.shape[1] / (1 + x.causal) for x in batches]
+    pairs = [sum(x.pairs for x in batch.requests) for batch in (route.batches if route else ())]
     return 14 * head_dim * sum(pairs) / len(pairs) if pairs else math.inf
 
 

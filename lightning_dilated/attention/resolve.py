@@ -194,7 +194,7 @@ def local_executor(
 ) -> tuple[Call, Executor]:  # fmt: skip
     """Return the `Call` and the executor for a rank's parts of documents in tensors of `shape` (B, N, H, D).
 
-    `request.block_flops` counts only if the parts have no block.
+    `request.block_flops` counts only if the parts have no block, see `block_flops`.
     """
     if spec.engine == "auto" and request.device.type == "cuda":
         flops = block_flops(window, spec.causal, parts, shape, request.block_flops)

@@ -1,10 +1,12 @@
 """An exchange counts exactly the bytes of its plan, including the bytes between (simulated) nodes."""
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lightning_dilated.attention import dilated_attention, ranks, resolve
-from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.ext.profiling.planned import collectives, moved
 from lightning_dilated.ext.profiling.traffic import summary
 from lightning_dilated.pattern import DilatedPattern
@@ -105,22 +107,27 @@ def test_a_switch_takes_two_collectives_a_pass(pool):
         assert all(x.as_planned for x in sums if x.what != "all")
 
 
-def chosen_for(rank, group, exchange):
-    """Return the FLOPs of a block by which a GPU would choose the engine of a dense call."""
-    chosen = []
+def asked_of(rank, group, exchange):
+    """Return the FLOPs of a block by which a GPU chooses the engine of a dense call."""
+    asked, make = [], resolve.local_executor
 
-    def choose(spec, request, window, parts, shape, *more):
-        chosen.append(block_flops(window, spec.causal, parts, shape, request.block_flops))
-        return resolve.local_executor(spec, request, window, parts, shape, *more)
+    def local_executor(spec, request, *arguments):
+        with patch.context() as inner, contextlib.suppress(InterruptedError):
+            inner.setattr(resolve, "choose", choose)
+            make(spec, replace(request, device=torch.device("cuda")), *arguments)
+        return make(spec, request, *arguments)
+
+    def choose(name, request):
+        asked.append(request.block_flops)
+        raise InterruptedError
 
     with pytest.MonkeyPatch.context() as patch, sequence(group, exchange=exchange) as ours:
-        patch.setattr(ranks, "local_executor", choose)
+        patch.setattr(ranks, "local_executor", local_executor)
         x = torch.ones(1, 8, 2, DIM)
         dilated_attention(x, x, x, DilatedPattern([(None, 1)]), causal=True, sequence=ours)
-    return chosen
+    return asked
 
 
-def test_owned_segments_choose_the_engine_of_a_rank_without_whole_segments(pool):
-    """A switch had no local blocks, of 0 FLOPs, so that GPUs took the engine of small blocks for long segments."""
-    assert pool.run(2, chosen_for, "switch") == [[14 * DIM * 16 * 16 / 2]] * 2
-    assert pool.run(2, chosen_for, "gather") == [[14 * DIM * 2 * 8 * 9 / 2]] * 2
+def test_a_rank_without_local_blocks_chooses_its_engine_by_the_segments_that_it_owns(pool):
+    assert pool.run(2, asked_of, "switch") == [[14 * DIM * 16 * 17 / 2]] * 2
+    assert pool.run(2, asked_of, "gather") == [[14 * DIM * 2 * 8 * 9 / 2]] * 2

@@ -61,7 +61,7 @@ def block_flops(
 ) -> float:
     """Return a block's mean FLOPs, forward and backward, in a (B, N, H, D) call; inf if blocks cannot be grouped.
 
-    If the spans have no block, return `joint`, the mean of blocks with rows of other ranks.
+    If blocks can be grouped, but the spans have none, return `joint`, the mean of blocks with rows of other ranks.
     """
     pattern = without_global(window.pattern)  # blocks of global tokens are computed one by one
     if not spans or not fits(spans, shape) or pattern is None:

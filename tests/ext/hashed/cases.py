@@ -102,7 +102,7 @@ def compare(
 ) -> None:
     """Assert that counts are equal, and that other results differ by at most `tol` times the largest value.
 
-    A result in `summed` may nearly cancel. Its tolerance is relative to its terms: the root of the sum of their squares.
+    A result in `summed` may nearly cancel. Its tolerance is relative to at least the given size of its terms.
     """
     assert got.keys() == want.keys()
     for name, x in want.items():

@@ -101,7 +101,9 @@ def check_chunks(case, chunk, tol=1e-10, device="cpu"):
     got = chunks.run([x.detach().to(device) for x in tensors], grad.to(device))
     got = {name: x.double().cpu() for name, x in got.items()}
     want = by_definition(case, tensors, grad, chunks.labelled.cpu())
-    compare(got, want, tol, {} if case.dtype == torch.float64 else {"d null": size_of_null(case, tensors, want, grad)})
+    # sums of bf16 for each chunk, which nearly cancel
+    summed = {"d null": size_of_null(case, tensors, want, grad) / 4} if case.dtype == torch.bfloat16 else {}
+    compare(got, want, tol, summed)
     return chunks
 
 
