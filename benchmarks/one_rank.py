@@ -6,8 +6,8 @@
 
 torch's fake process group moves no bytes. The rank allocates, packs and computes as one of N ranks. Received rows are
 random numbers, so the loss means nothing. The columns of received bytes have what the rank asked for. Nothing waits, so
-exposed time is near 0, and a step takes as long as the rank's own work. NCCL's memory is not counted. All
-options except --ranks and --rank go to `weak_scaling.py`.
+exposed time is near 0, and a step takes as long as the rank's own work. NCCL's memory is not counted. All options except
+--ranks and --rank go to `weak_scaling.py`.
 """
 
 from __future__ import annotations

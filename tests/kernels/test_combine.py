@@ -130,10 +130,10 @@ def test_attended_pads(interpreter, n):
 
 
 @sizes_put_back()
-def on_ranks(rank, group, exchange, causal):
+def on_ranks(rank, group, exchange, causal, branches):
     """Return the largest errors of out, lse and gradients on this rank, where parts of other ranks are added."""
     torch.use_deterministic_algorithms(True)
-    n, pattern = 23, DilatedPattern([(4, 1), (9, 2), (None, 3)])
+    n, pattern = 23, DilatedPattern(branches)
     rng = torch.Generator().manual_seed(1)
     full = [torch.randn(1, n, heads, 8, generator=rng) for heads in (2, 1, 1, 2)]
     *exact, grad = (x.double() for x in full)
@@ -154,7 +154,9 @@ def on_ranks(rank, group, exchange, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("exchange", ["gather", "switch", "ring"])
 def test_on_two_ranks(interpreter, exchange, causal):
-    assert max(interpreter.run(2, on_ranks, exchange, causal)) < 1e-5
+    """With a dense branch alone, ranks of a switch have no local blocks."""
+    for branches in ([(4, 1), (9, 2), (None, 3)], [(None, 1)]):
+        assert max(interpreter.run(2, on_ranks, exchange, causal, branches)) < 1e-5
 
 
 @sizes_put_back()
