@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -135,10 +134,12 @@ def _shared(
         route = group.remember(routed, functools.partial(_compile, *routed))
     whole = isinstance(route, CompiledSwitch)
     changing = has_varying_length(all_documents, sum(lengths))
-    request = replace(Request.of(q, spec.dropout, spec.scale, joint_flops(route, head_dim)), changing=changing)
+    request = replace(Request.of(q, spec.dropout, spec.scale), changing=changing)
     shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
     window = window._replace(heads=problem.heads, whole=whole)
-    call, executor = local_executor(spec, request, window, parts, shape, triton_up_to(spec.engine, request))
+    segments = route.batches if isinstance(route, CompiledSwitch) else []
+    owned = [sum(x.pairs for x in batch.requests) for batch in segments]
+    call, executor = local_executor(spec, request, window, parts, shape, triton_up_to(spec.engine, request), owned)
     traffic = group.forward_traffic, group.backward_traffic
     planned = None
     if name and route is not None:
@@ -153,12 +154,6 @@ def _shared(
         groups = for_passes(lambda x: HeadGroup(Wire(group.group, tuple(members), member, x), tokens), traffic)
         executor = HeadParallel(call, executor, groups, cuts, kv_cuts)
     return Resolved(executor, chosen, planned)
-
-
-def joint_flops(route: Compiled | CompiledSwitch | None, head_dim: int) -> float:
-    """Return the mean FLOPs, forward and backward, of a rank's batches with rows of other ranks; inf without a batch."""
-    pairs = [sum(x.pairs for x in batch.requests) for batch in (route.batches if route else ())]
-    return 14 * head_dim * sum(pairs) / len(pairs) if pairs else math.inf
 
 
 def for_passes(make: Callable[[Traffic], Any], traffic: tuple[Traffic, Traffic]) -> tuple[Any, Any]:

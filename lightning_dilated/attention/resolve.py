@@ -190,14 +190,14 @@ def head_window(spec: CallSpec, heads: int, kv_heads: int) -> HeadWindow:
 
 def local_executor(
     spec: CallSpec, request: Request, window: HeadWindow, parts: Sequence[Span], shape: Sequence[int],
-    max_triton_pairs: tuple[float, float] = (0.0, 0.0),
+    max_triton_pairs: tuple[float, float] = (0.0, 0.0), owned: Sequence[int] = (),
 ) -> tuple[Call, Executor]:  # fmt: skip
     """Return the `Call` and the executor for a rank's parts of documents in tensors of `shape` (B, N, H, D).
 
-    `request.block_flops` counts only if the parts have no block, see `block_flops`.
+    `owned`: see `block_flops`.
     """
     if spec.engine == "auto" and request.device.type == "cuda":
-        flops = block_flops(window, spec.causal, parts, shape, request.block_flops)
+        flops = block_flops(window, spec.causal, parts, shape, owned)
         request = replace(request, block_flops=flops)
     engine = choose(spec.engine, request).engine
     call = Call(engine, window, spec.causal, spec.scale, max_triton_pairs=max_triton_pairs)

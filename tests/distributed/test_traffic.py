@@ -107,8 +107,8 @@ def test_a_switch_takes_two_collectives_a_pass(pool):
         assert all(x.as_planned for x in sums if x.what != "all")
 
 
-def asked_of(rank, group, exchange):
-    """Return the FLOPs of a block by which a GPU chooses the engine of a dense call."""
+def asked_of(rank, group, exchange, *lengths):
+    """Return the FLOPs of a block by which a GPU chooses the engine of a call with segments of these lengths."""
     asked, make = [], resolve.local_executor
 
     def local_executor(spec, request, *arguments):
@@ -124,10 +124,11 @@ def asked_of(rank, group, exchange):
     with pytest.MonkeyPatch.context() as patch, sequence(group, exchange=exchange) as ours:
         patch.setattr(ranks, "local_executor", local_executor)
         x = torch.ones(1, 8, 2, DIM)
-        dilated_attention(x, x, x, DilatedPattern([(None, 1)]), causal=True, sequence=ours)
+        dilated_attention(x, x, x, DilatedPattern([(length, 1) for length in lengths]), causal=True, sequence=ours)
     return asked
 
 
-def test_a_rank_without_local_blocks_chooses_its_engine_by_the_segments_that_it_owns(pool):
-    assert pool.run(2, asked_of, "switch") == [[14 * DIM * 16 * 17 / 2]] * 2
-    assert pool.run(2, asked_of, "gather") == [[14 * DIM * 2 * 8 * 9 / 2]] * 2
+def test_owned_segments_help_to_choose_the_engine_of_a_rank(pool):
+    assert pool.run(2, asked_of, "switch", None) == [[14 * DIM * 16 * 17 / 2]] * 2
+    assert pool.run(2, asked_of, "gather", None) == [[14 * DIM * 2 * 8 * 9 / 2]] * 2
+    assert pool.run(2, asked_of, "switch", 2, None) == [[14 * DIM * (2 * 4 * 3 + 16 * 17 / 2) / 2]] * 2

@@ -57,23 +57,23 @@ def fits(spans: Sequence[Span], shape: Sequence[int]) -> bool:
 
 
 def block_flops(
-    window: HeadWindow, causal: bool, spans: Sequence[Span], shape: Sequence[int], joint: float = math.inf
+    window: HeadWindow, causal: bool, spans: Sequence[Span], shape: Sequence[int], owned: Sequence[int] = ()
 ) -> float:
     """Return a block's mean FLOPs, forward and backward, in a (B, N, H, D) call; inf if blocks cannot be grouped.
 
-    If blocks can be grouped, but the spans have none, return `joint`, the mean of blocks with rows of other ranks.
+    `owned`: the pairs of each block that the rank computes as the owner of a segment of several ranks (exchange "switch").
     """
     pattern = without_global(window.pattern)  # blocks of global tokens are computed one by one
     if not spans or not fits(spans, shape) or pattern is None:
         return math.inf
     window = window._replace(pattern=pattern)
-    pairs, calls, rows = 0, 0, 0
+    pairs, calls, rows = sum(owned), len(owned), 0
     for span in spans:
         span_pairs, span_calls, span_rows = _work_of(window, causal, span.document, span.part)
         pairs, calls, rows = pairs + span.batches * span_pairs, calls + span_calls, rows + span.batches * span_rows
     if rows * shape[3] > fused.OVERLAP * math.prod(shape):
         return math.inf
-    return 14 * shape[3] * pairs / calls if calls else joint
+    return 14 * shape[3] * pairs / calls if calls else math.inf
 
 
 @functools.lru_cache(maxsize=4096)
