@@ -52,7 +52,7 @@ def main():
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath="ckpt", every_n_train_steps=1, save_last=True)
     trainer = pl.Trainer(
         strategy=strategy(*sys.argv[4:]),
-        accelerator="cpu",
+        accelerator=os.environ.get("JOB_ACCELERATOR", "cpu"),
         devices=int(sys.argv[3]),
         num_nodes=ld.strategy.launched_nodes(),
         max_steps=5,
