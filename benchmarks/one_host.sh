@@ -37,7 +37,7 @@ if [[ ${DRY:-} ]]; then
     export JOB_ACCELERATOR=cpu
     SHORT=256 MIDDLE=512 LONG=1024 FIRST=64 HYBRID=2 MAX=$((512 * RANKS)) TILE=256 TOTAL=16384 CHUNK=4096
     STEP="--accelerator cpu --dim 64 --depth 2 --heads 8 --precision 32-true --no-compile --first $FIRST --steps 2 --warm 2"
-    DECODER="--tokens 512 --accelerator cpu --precision 32-true --no-compile --warm 1 --steps 1" SMALL=tiny LARGE=tiny
+    DECODED=4096 DECODER="--accelerator cpu --precision 32-true --no-compile --warm 1 --steps 1" SMALL=tiny LARGE=tiny
     STREAM="--dim 64 --depth 2 --heads 8" DENSE_STREAM="--tokens 8192 --chunk 4096 $STREAM --hybrid 2"
     MODEL="--model.dim 96 --model.depth 2 --model.num_heads 12 --model.compile_blocks false --trainer.accelerator cpu"
     MODEL+=" --trainer.precision 32-true --limit 2 --multiple 16 --data.seq_len 512 --model.optimizer.fused false"
@@ -48,7 +48,7 @@ else
     export JOB_ACCELERATOR=gpu
     SHORT="65536 131072" MIDDLE=262144 LONG=1048576 FIRST=2048 HYBRID=6 MAX=$((4262912 * RANKS)) TILE=16384
     TOTAL=1000000000 CHUNK=8388608
-    STEP="--steps 20 --warm 64" DECODER="--tokens 65536 --warm 1 --steps 2" SMALL=1.3B LARGE=8B
+    STEP="--steps 20 --warm 64" DECODED=1048576 DECODER="--warm 1 --steps 2" SMALL=1.3B LARGE=8B
     STREAM="--dim 384 --depth 6 --heads 6" DENSE_STREAM="--tokens 4194304 --chunk 1048576 --hybrid 12"
     MODEL="" EXCHANGE="--local 262144 1048576" CHOICE="--local 65536 262144 --rounds 7"
     CONTEXT="--dense 131072 --dilated 1048576" TESTS=tests SNAPSHOT="--memory $OUT/memory"
@@ -67,11 +67,11 @@ done
 for size in $sizes; do
     run groups_$size $(ranks $RANKS) $scaling --tokens $MIDDLE --head-size $size $STEP --steps 8 --warm 16
 done
-run switch $(ranks $RANKS) $scaling $DECODER --decoder $SMALL $fsdp --layout contiguous --exchange switch
-run zigzag $(ranks $RANKS) $scaling $DECODER --decoder $SMALL $fsdp --layout zigzag $SNAPSHOT
+run switch $(ranks $RANKS) $scaling --tokens $((MIDDLE / 4)) $DECODER --decoder $SMALL $fsdp --layout contiguous --exchange switch
+run zigzag $(ranks $RANKS) $scaling --tokens $((MIDDLE / 4)) $DECODER --decoder $SMALL $fsdp --layout zigzag $SNAPSHOT
 for way in dense hybrid; do
     options=$([[ $way == hybrid ]] && echo "--hybrid 1")
-    run decoder_$way $(ranks $RANKS) $scaling $DECODER --decoder $LARGE $options $fsdp --layout auto
+    run decoder_$way $(ranks $RANKS) $scaling --tokens $((DECODED / RANKS)) $DECODER --decoder $LARGE $options $fsdp --layout auto
 done
 run stream $(ranks $RANKS) benchmarks/stream_step.py --tokens $TOTAL --chunk $CHUNK $STREAM --steps 1 --warm $CHUNK
 run stream_dense $(ranks $RANKS) benchmarks/stream_step.py $DENSE_STREAM --steps 1
