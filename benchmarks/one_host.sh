@@ -51,7 +51,7 @@ else
     STEP="--steps 20 --warm 64" DECODED=1048576 DECODER="--warm 1 --steps 2" SMALL=1.3B LARGE=8B
     STREAM="--dim 384 --depth 6 --heads 6" DENSE_STREAM="--tokens 4194304 --chunk 1048576 --hybrid 12"
     MODEL="" EXCHANGE="--local 262144 1048576" CHOICE="--local 65536 262144 --rounds 7"
-    CONTEXT="--dense 131072 --dilated 1048576" TESTS=tests SNAPSHOT="--memory $OUT/memory"
+    CONTEXT="--dense 131072 --dilated 1048576" TESTS="tests -n 8 --maxschedchunk 1" SNAPSHOT="--memory $OUT/memory"
 fi
 scaling="benchmarks/weak_scaling.py" fsdp="--recompute block --strategy ring_dilated_fsdp"
 sizes=$(for size in 1 2 4 8; do ((size > RANKS)) || echo $size; done)

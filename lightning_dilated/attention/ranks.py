@@ -137,8 +137,8 @@ def _shared(
     request = replace(Request.of(q, spec.dropout, spec.scale), changing=changing)
     shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
     window = window._replace(heads=problem.heads, whole=whole)
-    segments = route.batches if isinstance(route, CompiledSwitch) else []
-    owned = [sum(x.pairs for x in batch.requests) for batch in segments]
+    batches = route.batches if isinstance(route, CompiledSwitch) else []
+    owned = [sum(x.pairs for x in segments.requests) for segments in batches]
     call, executor = local_executor(spec, request, window, parts, shape, triton_up_to(spec.engine, request), owned)
     traffic = group.forward_traffic, group.backward_traffic
     planned = None

@@ -107,8 +107,8 @@ def test_a_switch_takes_two_collectives_a_pass(pool):
         assert all(x.as_planned for x in sums if x.what != "all")
 
 
-def asked_of(rank, group, exchange, *lengths):
-    """Return the FLOPs of a block by which a GPU chooses the engine of a call with segments of these lengths."""
+def asked_of(rank, group, exchange, *branches):
+    """Return the FLOPs of a block by which a GPU chooses the engine of a call with these (segment length, dilation rate)."""
     asked, make = [], resolve.local_executor
 
     def local_executor(spec, request, *arguments):
@@ -123,12 +123,15 @@ def asked_of(rank, group, exchange, *lengths):
 
     with pytest.MonkeyPatch.context() as patch, sequence(group, exchange=exchange) as ours:
         patch.setattr(ranks, "local_executor", local_executor)
-        x = torch.ones(1, 8, 2, DIM)
-        dilated_attention(x, x, x, DilatedPattern([(length, 1) for length in lengths]), causal=True, sequence=ours)
+        x = torch.ones(2, 8, 2, DIM)
+        dilated_attention(x, x, x, DilatedPattern(branches), causal=True, sequence=ours)
     return asked
 
 
 def test_owned_segments_help_to_choose_the_engine_of_a_rank(pool):
-    assert pool.run(2, asked_of, "switch", None) == [[14 * DIM * 16 * 17 / 2]] * 2
-    assert pool.run(2, asked_of, "gather", None) == [[14 * DIM * 2 * 8 * 9 / 2]] * 2
-    assert pool.run(2, asked_of, "switch", 2, None) == [[14 * DIM * (2 * 4 * 3 + 16 * 17 / 2) / 2]] * 2
+    own, owned = 2 * 2 * 8 * 9 / 2, 2 * 16 * 17 / 2  # two samples; two heads of its own tokens, one of all
+    assert pool.run(2, asked_of, "switch", (None, 1)) == [[14 * DIM * owned]] * 2
+    assert pool.run(2, asked_of, "gather", (None, 1)) == [[14 * DIM * own]] * 2
+    assert pool.run(2, asked_of, "switch", (8, 1), (None, 1)) == [[14 * DIM * (own + owned) / 2]] * 2
+    # four rows of a dilated segment are fewer than those of the rank's own block
+    assert pool.run(2, asked_of, "switch", (8, 1), (None, 4)) == [[14 * DIM * own]] * 2

@@ -50,7 +50,7 @@ class Request:
     Attributes:
         dropout: whether attention weights are dropped.
         scale: the factor of q.k.
-        block_flops: mean FLOPs of a block's forward and backward; infinite if the blocks cannot share a few launches.
+        block_flops: mean FLOPs of a block, see `grouped.block_flops`; infinite if the blocks cannot share a few launches.
         capability: compute capability of a GPU that this machine may not have; None means the device's capability.
         changing: whether shapes of blocks change from call to call, as with documents of different lengths.
     """
@@ -65,9 +65,9 @@ class Request:
     changing: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, dropout: float = 0.0, scale: float | None = None, block_flops: float = math.inf) -> Request:
+    def of(cls, q: Tensor, dropout: float = 0.0, scale: float | None = None) -> Request:
         """Return the request of attention over `q` (B, N, H, D)."""
-        return cls(q.device, q.dtype, q.shape[-1], dropout > 0, 1.0 if scale is None else scale, block_flops)
+        return cls(q.device, q.dtype, q.shape[-1], dropout > 0, 1.0 if scale is None else scale)
 
 
 @dataclass(frozen=True)

@@ -61,19 +61,21 @@ def block_flops(
 ) -> float:
     """Return a block's mean FLOPs, forward and backward, in a (B, N, H, D) call; inf if blocks cannot be grouped.
 
-    `owned`: the pairs of each block that the rank computes as the owner of a segment of several ranks (exchange "switch").
+    `owned`: the pairs of each batch of segments of several ranks that this rank computes as their owner (exchange "switch").
+    Batches are never grouped, so they can only raise the mean. Without blocks and batches the result is inf.
     """
     pattern = without_global(window.pattern)  # blocks of global tokens are computed one by one
     if not spans or not fits(spans, shape) or pattern is None:
         return math.inf
     window = window._replace(pattern=pattern)
-    pairs, calls, rows = sum(owned), len(owned), 0
+    pairs, calls, rows = 0, 0, 0
     for span in spans:
         span_pairs, span_calls, span_rows = _work_of(window, causal, span.document, span.part)
         pairs, calls, rows = pairs + span.batches * span_pairs, calls + span_calls, rows + span.batches * span_rows
     if rows * shape[3] > fused.OVERLAP * math.prod(shape):
         return math.inf
-    return 14 * shape[3] * pairs / calls if calls else math.inf
+    sums = (pairs, calls), (pairs + sum(owned), calls + len(owned))
+    return 14 * shape[3] * max((total / number for total, number in sums if number), default=math.inf)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -130,7 +130,7 @@ class OpCall:
 
     @property
     def block_flops(self) -> float:
-        """`grouped.block_flops` of the call; infinite if the grouped executor does not serve it."""
+        """`grouped.block_flops` of the call without owned segments; infinite if the grouped executor does not serve it."""
         shape = self.batch, self.tokens, self.own_heads[0], self.head_dim
         return grouped.block_flops(self.head_window, self.causal, self.spans, shape)
 
