@@ -45,7 +45,8 @@ if [[ ${DRY:-} ]]; then
     MODEL="--model.dim 96 --model.depth 2 --model.num_heads 12 --model.compile_blocks false --trainer.accelerator cpu"
     MODEL+=" --trainer.precision 32-true --limit 2 --multiple 16 --data.seq_len 512 --model.optimizer.fused false"
     OP="--heads 4 --head-dim 16 --dtype float32" CALLS="--device cpu $OP"
-    EXCHANGE="$CALLS --local 4096 --repeats 2" CHOICE="$CALLS --local 512 --first 64 --rounds 2" CONTEXT="--cpu $OP --dense 4096 --dilated 8192 --repeats 1"
+    EXCHANGE="$CALLS --local 4096 --repeats 2" CHOICE="$CALLS --local 512 --first 64 --rounds 2" PEERS=--cpu
+    CONTEXT="--cpu $OP --dense 4096 --dilated 8192 --repeats 1"
 else
     export JOB_ACCELERATOR=gpu
     SHORT="65536 131072" MIDDLE=262144 LONG=1048576 FIRST=2048 HYBRID=$((RANKS == 8 ? 4 : 6)) MAX=$((4262912 * RANKS)) TILE=16384
@@ -53,7 +54,7 @@ else
     STEP="--steps 12" DENSE=65536 LIGHT=$((RANKS == 8 ? 131072 : 65536)) DECODER="--warm 1 --steps 1" SMALL=1.3B LARGE=$([[ $RANKS == 2 ]] && echo 1.3B || echo 8B)
     STREAM="--dim 384 --depth 6 --heads 6" DENSE_STREAM="--tokens 4194304 --chunk 1048576 --hybrid 12 --warm 1048576"
     MODEL="--model.residual_dtype float32" EXCHANGE="--local 262144 1048576" CHOICE="--local 65536 262144 --rounds 7"
-    CONTEXT="--dense 131072 --dilated 1048576"
+    CONTEXT="--dense 131072 --dilated 1048576" PEERS="--steps 1"
 fi
 scaling="benchmarks/weak_scaling.py" fsdp="--recompute block --strategy ring_dilated_fsdp"
 sizes=$(for size in 1 2 4 8; do ((size > RANKS)) || echo $size; done)
@@ -82,6 +83,7 @@ run switch $(ranks $RANKS) $scaling --tokens $((MIDDLE / 4)) $DECODER --decoder 
 run zigzag $(ranks $RANKS) $scaling --tokens $((MIDDLE / 4)) $DECODER --decoder $SMALL $fsdp --layout zigzag
 [[ ${DRY:-} ]] || run zigzag_memory $(ranks $RANKS) $scaling --tokens $((MIDDLE / 4)) $DECODER --decoder $SMALL $fsdp --layout zigzag \
     --memory "$OUT/memory"
+run peers $(ranks $RANKS) benchmarks/decoder_peers.py --size $SMALL --tokens $((MIDDLE / 4)) $PEERS
 run decoder_dense $(ranks $RANKS) $scaling --tokens $DENSE $DECODER --decoder $LARGE $fsdp --layout auto
 run decoder_hybrid $(ranks $RANKS) $scaling --tokens $LIGHT $DECODER --decoder $LARGE --hybrid 1 $fsdp --layout auto
 run stream $(ranks $RANKS) benchmarks/stream_step.py --tokens $TOTAL --chunk $CHUNK $STREAM --steps 1 --warm $CHUNK
