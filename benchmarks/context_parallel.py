@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exchange import awaited, meet, most, report_lines, step
+from exchange import awaited, launched, meet, most, report_lines, step
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lightning_dilated as ld
@@ -135,10 +134,7 @@ def line(n: int, pattern: str, way: str, took: float, ring: float | None, receiv
 
 def main() -> None:
     args = options()
-    device = torch.device("cpu" if args.cpu else f"cuda:{os.environ['LOCAL_RANK']}")
-    if not args.cpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if args.cpu else "nccl")
+    device = launched(args.cpu)
     head = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
     report_lines(dist.get_rank(), head, lines(args, device), None)
 

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 benchmarks/decoder_peers.py --size 1.3B --tokens 65536
     torchrun --nproc-per-node 2 benchmarks/decoder_peers.py --size tiny --tokens 256 --cpu     # attends to own tokens only
 
-The peer of `weak_scaling.py --decoder SIZE --recompute block --strategy ring_dilated_fsdp`: the same random weights'
-sizes, dense causal attention, all weights trained, layers recomputed, loss in tiles of `TILE` tokens, bf16, fused AdamW.
+The peer of `weak_scaling.py --decoder SIZE --recompute block --strategy ring_dilated_fsdp`: random weights of the
+same sizes, dense causal attention, all weights trained, layers recomputed, tiles of `TILE` tokens in the loss,
+bf16, fused AdamW.
 Each layer is a unit of FSDP. Layers are called without transformers' masks, because they would take N^2 memory.
 Prints one row: the median step of the slowest rank, and the largest peak.
 Shape letters: N tokens, L = N / R tokens of a rank, R ranks, D width of the decoder.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import time
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from decoder_step import GIB, SIZES, TILE, of_transformers
-from exchange import meet, most
+from exchange import launched, meet, most
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -81,6 +81,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[float, floa
     model = sharded(args, whole, mesh, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not args.cpu)
     times, loss = [], torch.zeros((), device=device)
+    if not args.cpu:
+        torch.cuda.reset_peak_memory_stats()  # the whole decoder was on the device
     for step in range(args.warm + args.steps):
         generator = torch.Generator(device).manual_seed(step)  # the same tokens on all ranks
         ids = torch.randint(0, SIZES[args.size]["vocab_size"], (1, whole + 1), device=device, generator=generator)
@@ -123,10 +125,7 @@ def kernels(args: argparse.Namespace) -> contextlib.AbstractContextManager:
 
 def main() -> None:
     args = options()
-    device = torch.device("cpu" if args.cpu else f"cuda:{os.environ['LOCAL_RANK']}")
-    if not args.cpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if args.cpu else "nccl")
+    device = launched(args.cpu)
     torch.manual_seed(0)
     took, peak, loss = measure(args, device)
     if dist.get_rank() == 0:

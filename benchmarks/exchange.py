@@ -246,6 +246,15 @@ def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.
     return device
 
 
+def launched(cpu: bool) -> torch.device:
+    """Join the group of the processes that torchrun started, over gloo or NCCL, and return this rank's device."""
+    device = torch.device("cpu" if cpu else f"cuda:{os.environ['LOCAL_RANK']}")
+    if not cpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if cpu else "nccl")
+    return device
+
+
 def report_lines(rank: int, head: str, rows: Iterable[object], record: Path | None) -> None:
     """On rank 0, print the lines one by one and append them to the file."""
     written = [head]

@@ -194,11 +194,10 @@ def local_executor(
 ) -> tuple[Call, Executor]:  # fmt: skip
     """Return the `Call` and the executor for a rank's parts of documents in tensors of `shape` (B, N, H, D).
 
-    `owned`: see `block_flops`.
+    `owned`: pairs of segments that a switch gives to this rank, see `block_flops`.
     """
     if spec.engine == "auto" and request.device.type == "cuda":
-        flops = block_flops(window, spec.causal, parts, shape, owned)
-        request = replace(request, block_flops=flops)
+        request = replace(request, block_flops=block_flops(window, spec.causal, parts, shape, owned))
     engine = choose(spec.engine, request).engine
     call = Call(engine, window, spec.causal, spec.scale, max_triton_pairs=max_triton_pairs)
     return call, executors.choose(call, parts, Layout(shape, request.dtype, request.device, spec.dropout > 0))

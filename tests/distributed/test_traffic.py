@@ -108,7 +108,7 @@ def test_a_switch_takes_two_collectives_a_pass(pool):
 
 
 def asked_of(rank, group, exchange, *branches):
-    """Return the FLOPs of a block by which a GPU chooses the engine of a call with these (segment length, dilation rate)."""
+    """Return the FLOPs of a block by which a GPU chooses the engine of a call with these branches."""
     asked, make = [], resolve.local_executor
 
     def local_executor(spec, request, *arguments):
@@ -133,5 +133,5 @@ def test_owned_segments_help_to_choose_the_engine_of_a_rank(pool):
     assert pool.run(2, asked_of, "switch", (None, 1)) == [[14 * DIM * owned]] * 2
     assert pool.run(2, asked_of, "gather", (None, 1)) == [[14 * DIM * own]] * 2
     assert pool.run(2, asked_of, "switch", (8, 1), (None, 1)) == [[14 * DIM * (own + owned) / 2]] * 2
-    # four rows of a dilated segment are fewer than those of the rank's own block
+    # a dilated segment of four rows has fewer pairs than the rank's own block
     assert pool.run(2, asked_of, "switch", (8, 1), (None, 4)) == [[14 * DIM * own]] * 2

@@ -61,8 +61,8 @@ def block_flops(
 ) -> float:
     """Return a block's mean FLOPs, forward and backward, in a (B, N, H, D) call; inf if blocks cannot be grouped.
 
-    `owned`: the pairs of each batch of segments of several ranks that this rank computes as their owner (exchange "switch").
-    Batches are never grouped, so they can only raise the mean. Without blocks and batches the result is inf.
+    `owned`: the number of pairs in each batch of segments that a switch gives to this rank. Such batches are never grouped,
+    so they can only raise the mean. Without blocks and batches the result is inf.
     """
     pattern = without_global(window.pattern)  # blocks of global tokens are computed one by one
     if not spans or not fits(spans, shape) or pattern is None:

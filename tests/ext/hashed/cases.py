@@ -102,7 +102,7 @@ def compare(
 ) -> None:
     """Assert that counts are equal, and that other results differ by at most `tol` times the largest value.
 
-    A result in `summed` may nearly cancel. Its tolerance is relative to at least the given size of its terms.
+    A result in `summed` may nearly cancel. If the given size of its terms is larger than its largest value, the size counts.
     """
     assert got.keys() == want.keys()
     for name, x in want.items():
